@@ -25,14 +25,21 @@ def test_few_scores_at_a_time(monkeypatch):
     assert torch.equal(problem.choose(), wanted)
 
 
-def test_equal_scores_and_nan():
-    problem = Problem([40], 1, 8, dtype=torch.float32)
+@pytest.mark.parametrize(("backend", "dtype"), [("auto", torch.float32), ("emulator", torch.bfloat16)])
+def test_equal_scores_and_nan(backend, dtype):
+    problem = Problem([40], 1, 8, dtype=dtype)
+    problem.q.abs_()
+    problem.weights.abs_()
     index = problem.cache.index_keys
     stored = index.places(problem.seqs)[0]
     index.stored(2)[stored] = 1.0
-    assert problem.choose().tolist() == [list(range(8))]
+    assert problem.choose(backend).tolist() == [list(range(8))]
     index.stored(2)[stored[3:36]] = torch.nan
-    assert problem.choose().tolist() == [[0, 1, 2, 3, 36, 37, 38, 39]]
+    assert problem.choose(backend).tolist() == [[0, 1, 2, 3, 36, 37, 38, 39]], "their products count as 0"
+    problem.weights.neg_()
+    assert problem.choose(backend).tolist() == [list(range(3, 11))]
+    problem.weights.fill_(torch.nan)
+    assert problem.choose(backend).tolist() == [list(range(8))]
 
 
 def test_what_is_chosen_is_read_by_decode():

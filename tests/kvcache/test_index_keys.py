@@ -156,6 +156,8 @@ def test_what_is_refused():
         cache_of(index_dim=None)
     with pytest.raises(ValueError, match="index_dim"):
         cache_of(index_dim=0)
+    with pytest.raises(NotImplementedError, match="index_dim is 577, and kernels take at most 576"):
+        cache_of(index_dim=577)
     cache = cache_of()
     slots = cache.extend([cache.allocate()], 5)
     keys = cache.index_keys

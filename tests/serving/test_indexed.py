@@ -6,7 +6,9 @@ import copy
 import inspect
 import textwrap
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -20,9 +22,11 @@ from tiny_models import pages_are_back, run, tokens
 import tilewise
 from tilewise import api, reference
 from tilewise.bench.generate import share_of_equal
+from tilewise.gpu import mla_rows
 from tilewise.kvcache import storage
 from tilewise.kvcache.index_keys import IndexKeys
 from tilewise.serving import Engine, Sampling, batch, compiled, indexed
+from tilewise.serving.batch import Pass
 from tilewise.serving.sizing import affordable_pages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,6 +161,12 @@ def test_many_at_once_in_calls_that_fit(way, monkeypatch):
     assert calls[1] == calls[0] if way == "choose_keys" else calls[1] > 2 * calls[0]
 
 
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    """Of classes of indexers, which tests change."""
+    monkeypatch.setattr(indexed, "_known", WeakSet())
+
+
 @pytest.mark.parametrize("way", ["choose_keys"], indirect=True)
 def test_layers_share_what_was_planned(way, monkeypatch):
     """A step plans once what all its tokens choose among, and every layer's indexer is called once."""
@@ -195,6 +205,7 @@ OTHER_FORMULAS = {
     "no relu": (RELU, "scores", "without relu"),
     "a negative scale": (TIMES, "* -self.softmax_scale", "times the products"),
     "half of each key": ("k.transpose", "(0.5 * k).transpose", "unsupported operand"),
+    "keys counted": (TIMES, "* (1.0 / k.shape[1])", "depends on how many keys there are"),
     "mask": ("+ attention_mask", "+ (attention_mask + 0)", "values of the mask"),
 }
 
@@ -318,6 +329,62 @@ def test_graphs_by_kernels(kv_format, rank, monkeypatch):
     assert any(decodes < rows for rows, decodes, _ in replays)
     assert share_of_equal(found, wanted) > 0.8
     assert pages_are_back(served)
+
+
+@pytest.mark.parametrize("between", ["another thread", "other sizes"])
+def test_captures_come_right_after_calls(between, monkeypatch):
+    """What a call over listed rows binds is kept by its thread, for some sizes: a pass that ran once, long ago or in
+    another thread, is captured all the same."""
+    all_taped(monkeypatch)
+    captured, bound, capturing = Pass.capture, mla_rows._bound, [False]
+
+    def capture(one, kind):
+        capturing[0] = True
+        try:
+            return captured(one, kind)
+        finally:
+            capturing[0] = False
+
+    def kept(key, parts):
+        assert not capturing[0] or key in mla_rows._local.kept, "as a card would say"
+        return bound(key, parts)
+
+    monkeypatch.setattr(Pass, "capture", capture)
+    monkeypatch.setattr(mla_rows, "_bound", kept)
+    monkeypatch.setattr(mla_rows, "KEPT", 3)
+    model = model_of(
+        "glm_moe_dsa", torch.bfloat16, kv_lora_rank=128, qk_rope_head_dim=64, index_head_dim=80, num_hidden_layers=1,
+        indexer_types=["full"], **EVERY_EXPERT,
+    )  # fmt: skip
+    served = Engine(model, num_pages=60, max_sequences=2, backend="emulator")
+
+    def once(count, prompt=9):
+        served.submit(tokens(prompt, prompt), max_new_tokens=count, eos_token_id=())
+        run(served)
+
+    if between == "another thread":
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(once, 2).result()
+    else:
+        once(2)
+        for prompt in range(10, 15):
+            once(1, prompt)
+    once(4)
+    assert served.stats().graph_captures == 1
+
+
+def test_lists_that_grow_with_the_keys_are_refused(monkeypatch):
+    """The longest sequence of a step is no business of the others."""
+    monkeypatch.setattr(indexed, "have_kernels", lambda cache, backend: True)
+    model = model_of("deepseek_v32")
+    of_other_formula(model, "index_scores.shape[-1])", "index_scores.shape[-1] // 2)", monkeypatch)
+    served = engine_of(model)
+    served.submit(tokens(12, 1), max_new_tokens=2)
+    with (
+        pytest.warns(RuntimeWarning, match="asked for keys 1 times and chose"),
+        pytest.raises(NotImplementedError, match="is served if it asks for keys once"),
+    ):
+        run(served)
 
 
 def test_graphs_of_another_formula_are_refused(monkeypatch):

@@ -143,8 +143,9 @@ def choose_keys(
     before relu, belongs into the weights. layer: one that has index keys.
 
     Returns int32 (tokens, topk): positions in the token's sequence, from the first to the last, then −1 for none; of
-    equal scores the first are taken, and NaN counts as the least. `decode` takes them as indices, once they are
-    (sequences, tokens, topk). rows: where the chosen tokens are stored instead, page · page_size + offset.
+    equal scores the first are taken. A product that is NaN counts as 0, and a score that is NaN as the least. `decode`
+    takes them as indices, once they are (sequences, tokens, topk). rows: where the chosen tokens are stored instead,
+    page · page_size + offset.
 
     On a GPU nobody waits, and the call can be captured in a CUDA graph after a first one with the plan; a captured call
     of a standing plan replays over what `renew_plan` says.

@@ -23,7 +23,8 @@ def run_choice(
         for row in range(start, end, step):
             some = slice(row, min(row + step, end))
             place = torch.arange(some.start, some.stop, device=q.device) - start + first
-            scores = torch.einsum("thd,kd->thk", q[some].float(), its).relu_()
+            scores = torch.einsum("thd,kd->thk", q[some].float(), its)
+            scores = torch.fmax(scores, scores.new_zeros(()))  # which takes NaN as 0
             scores = torch.einsum("th,thk->tk", weights[some], scores)
             hidden = at > place[:, None]
             # A stable sort takes the first of equal scores; NaN is the least that is seen.

@@ -32,7 +32,7 @@ class IndexKeys:
         self.layers = tuple(checks.integer("index_layers", layer, 0, cache.num_layers - 1) for layer in named)
         if not self.layers or len(set(self.layers)) < len(self.layers):
             raise ValueError(f"index_layers must name layers, each once, got {self.layers}")
-        self.dim = checks.integer("index_dim", dim, 1)
+        self.dim = checks.head_dim("index_dim", dim)
         self.dtype = index_dtype(cache.format)
         self._cache = cache
         lead = (len(self.layers), cache.num_pages, cache.page_size, 1)
@@ -51,7 +51,9 @@ class IndexKeys:
         number = self._number(layer)
         plane = self._cache.num_layers + number
         check_slots(slots, self._cache, plane)
-        whole = slots.room > 0 and keys.shape[:1] == (slots.room,)  # a graph that holds it may see idle ones later
+        whole = (
+            slots.room > 0 and first == 0 and keys.shape[:1] == (slots.room,)
+        )  # a graph that holds it may see idle ones later
         stop = checks.integer("first", first, 0, len(slots)) + (len(slots) if whole else len(keys))
         shape = (slots.room if whole else min(len(keys), len(slots) - first), self.dim)
         checks.tensor("keys", keys, shape=shape, dtypes=checks.FLOATS, device=self._cache.device)

@@ -192,8 +192,12 @@ class Pass:
     def _run(self, kind: Kind) -> bool:
         graph = self._graphs.get(kind)
         if graph is None and kind in self._have_run:
+            if self.step.binds_by_thread:
+                self.forward(kind)
             graph = self._graphs[kind] = self.capture(kind)
             self.captures += 1
+            if self.step.binds_by_thread:
+                return False
         if graph is None:
             self.forward(kind)
             self._have_run.add(kind)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -162,8 +163,8 @@ class Group:
 class _StandInKeys:
     """In the place of past_key_values in an indexer's call for all tokens of a step, of which none gets keys."""
 
-    def __init__(self, step: Indexed, layer: int) -> None:
-        self.step, self.layer, self.asked = step, layer, 0
+    def __init__(self, step: Indexed, layer: int, longest: int, look: bool) -> None:
+        self.step, self.layer, self.longest, self.look, self.asked = step, layer, longest, look, 0
 
     def update_indexer(self, keys: torch.Tensor, *_: Any) -> formula.Keys:
         """The new keys (1, tokens, dim), which are written -> a stand-in for those of all tokens."""
@@ -173,7 +174,7 @@ class _StandInKeys:
         if keys.dtype != its.dtype:
             raise formula.NotFollowed(f"the model makes keys in {keys.dtype}, and the cache keeps {its.dtype}")
         self.step.write_keys(self.layer, keys[0])
-        return formula.Keys.of(1, self.step.longest, its.dim, its.dtype, keys.device)
+        return formula.Keys.of(1, self.longest, its.dim, its.dtype, keys.device, look=self.look)
 
 
 class Indexed(Protocol):
@@ -195,24 +196,43 @@ class Indexed(Protocol):
         """Those of the step's tokens, (tokens, dim)."""
 
 
+# Classes whose formula was found to be one of the dtype of the keys, and not to depend on how many there are
+_known: WeakSet[type] = WeakSet()
+
+
 def by_stand_ins(
-    step: Indexed, layer: int, indexer: Callable[..., Any], tokens: int, plan: ChoicePlan | StandingChoice | None
+    step: Indexed,
+    layer: int,
+    indexer: Callable[..., Any],
+    kind: type,
+    tokens: int,
+    plan: ChoicePlan | StandingChoice | None,
 ) -> torch.Tensor:
     """What choose() gives, by choose_keys, of what the indexer makes of stand-ins in one call for all tokens.
 
-    plan: None if all tokens see all keys.
+    plan: None if all tokens see all keys. The first call of a class waits for values, to see that nothing is lost.
     """
-    topk = step.indexers.topk
-    keys = _StandInKeys(step, layer)
-    mask = formula.Mask.of(1, tokens, step.longest, step.cache.device)
-    choice = formula.choice_of(lambda: indexer(None, attention_mask=mask, past_key_values=keys))
-    if keys.asked != 1 or choice.shape != (1, tokens, topk):
-        raise formula.NotFollowed(f"it asked for keys {keys.asked} times and chose {tuple(choice.shape)}")
+    topk, known = step.indexers.topk, kind in _known
+
+    def follow(longest: int) -> formula.Choice:
+        keys = _StandInKeys(step, layer, longest, look=not known or step.cache.device.type == "cpu")
+        mask = formula.Mask.of(1, tokens, longest, step.cache.device)
+        found = formula.choice_of(lambda: indexer(None, attention_mask=mask, past_key_values=keys))
+        if keys.asked != 1 or found.shape != (1, tokens, topk):
+            raise formula.NotFollowed(f"it asked for keys {keys.asked} times and chose {tuple(found.shape)}")
+        return found
+
+    choice = follow(step.longest)
+    if not known:
+        other = follow(topk + 2 if step.longest == topk + 1 else topk + 1)
+        if not torch.equal(choice.q, other.q) or not torch.equal(choice.weights, other.weights):
+            raise formula.NotFollowed("a formula that depends on how many keys there are is not understood")
+        _known.add(kind)
     if plan is None:
         return torch.empty((1, tokens, topk), dtype=torch.int32, device=step.cache.device)
     try:
         return api.choose_keys(
-            choice.q, choice.weights, step.cache, layer, plan, rows=True, backend=step.backend
+            choice.q.contiguous(), choice.weights, step.cache, layer, plan, rows=True, backend=step.backend
         )[None]  # fmt: skip
     except NotImplementedError as error:
         raise formula.NotFollowed(str(error)) from error
@@ -239,6 +259,8 @@ class IndexedRows(StandingRows):
     """StandingRows of a model with indexers, of decodes alone: all of them read lists, those of short sequences with −1
     in them, so that a graph serves any lengths."""
 
+    binds_by_thread = True  # gpu/mla_rows.py
+
     def __init__(self, decodes: Decodes, rows: int, *, indexers: Indexers, backend: str = "auto") -> None:
         super().__init__(decodes, rows, 0, backend=backend)
         self.indexers, self.longest = indexers, max(indexers.topk, decodes.max_length)
@@ -255,7 +277,7 @@ class IndexedRows(StandingRows):
 
     def choose(self, layer: int, indexer: Callable[..., Any], kind: type) -> torch.Tensor:
         try:
-            return by_stand_ins(self, layer, indexer, self.rows, self._choice)
+            return by_stand_ins(self, layer, indexer, kind, self.rows, self._choice)
         except formula.NotFollowed as why:
             raise NotImplementedError(
                 f"cuda_graphs=True is not served for {kind.__name__}: {why}; leave cuda_graphs out, and torch computes "
@@ -386,7 +408,7 @@ class IndexedStep(MixedStep):
     def choose(self, layer: int, indexer: Callable[..., Any], kind: type) -> torch.Tensor:
         if have_kernels(self.cache, self.backend) and kind not in self._by_torch:
             try:
-                return by_stand_ins(self, layer, indexer, len(self._positions), self._planned_choice())
+                return by_stand_ins(self, layer, indexer, kind, len(self._positions), self._planned_choice())
             except formula.NotFollowed as why:
                 self._by_torch.add(kind)
                 said = f"{kind.__name__}: {why}; torch computes its scores, over copies of the keys"

@@ -89,15 +89,17 @@ class StandIn:
 
 @dataclass(frozen=True, eq=False)
 class Keys(StandIn):
-    """Of all tokens of some sequences. axes: what the shape counts. kept: their dtype in the cache."""
+    """Of all tokens of some sequences. axes: what the shape counts. kept: their dtype in the cache. look: at values of
+    the queries, for which a card has to be waited for."""
 
     what = "the keys"
     axes: tuple[str, ...]
     kept: torch.dtype
+    look: bool
 
     @classmethod
-    def of(cls, batch: int, keys: int, dim: int, dtype: torch.dtype, device: torch.device) -> Keys:
-        return cls(torch.Size((batch, keys, dim)), device, dtype, ("batch", "keys", "dim"), dtype)
+    def of(cls, batch: int, keys: int, dim: int, dtype: torch.dtype, device: torch.device, look: bool = True) -> Keys:
+        return cls(torch.Size((batch, keys, dim)), device, dtype, ("batch", "keys", "dim"), dtype, look)
 
     def transpose(self, dim0: int, dim1: int) -> Keys:
         order = list(range(len(self.axes)))
@@ -120,9 +122,7 @@ class Keys(StandIn):
         if q.ndim != 4 or q.shape[0] != self.shape[0] or q.shape[-1] != self.shape[2]:
             raise NotFollowed(f"multiplying keys {tuple(self.shape)} by {tuple(q.shape)} is not understood")
         exact = q.to(self.kept)
-        # Whether a card's queries had 16 bits before they had 32 could be seen by waiting for them alone; the module's
-        # keys, which come with them, have as many as the cache keeps.
-        if self.kept != torch.float32 and q.device.type == "cpu" and not torch.equal(exact.float(), q):
+        if self.kept != torch.float32 and self.look and not torch.equal(exact.float(), q):
             raise NotFollowed(f"multiplying the keys, in {self.kept}, by queries of more bits is not understood")
         return Products(torch.Size((*q.shape[:-1], self.shape[-1])), self.device, torch.float32, exact)
 

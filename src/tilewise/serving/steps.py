@@ -158,8 +158,11 @@ class StandingRows:
     """A step of `rows` rows for a graph, which is replayed while sequences come and go: first those of `decodes`, then
     chunks of prompts, up to max_chunks of them, then idle ones. Places and plans stay where they are.
 
-    max_chunks 0: for decodes alone, which have as many rows. layers: those that came by.
+    max_chunks 0: for decodes alone, which have as many rows. layers: those that came by. binds_by_thread: what a call
+    binds is kept by the thread that made it, and not for ever, so that a capture has to come right after a call.
     """
+
+    binds_by_thread = False
 
     def __init__(self, decodes: Decodes, rows: int, max_chunks: int, *, backend: str = "auto") -> None:
         self.prefix, self.cache, self.decodes = decodes.prefix, decodes.prefix.cache, decodes
