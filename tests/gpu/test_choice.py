@@ -114,6 +114,29 @@ def test_sequences_that_come_go_and_grow(backend, tokens):
         assert torch.equal(found[:live], wanted)
 
 
+def test_what_was_chosen_is_read():
+    """A server's step: standing plans of the choice and of the decode, renewed together; the same as on a CPU."""
+    cache = tilewise.PagedKVCache(24, 16, 1, head_dim=576, value_dim=512, shared_kv=True, index_dim=32)
+    seqs = cache.allocate(3)
+    slots = cache.extend(seqs, [150, 40, 90])
+    cache.write(0, slots, randn(280, 1, 576, dtype=torch.bfloat16, seed=1))
+    cache.index_keys.write(0, slots, randn(280, 32, seed=2))
+    choosing = tilewise.plan_choice(cache, [], topk=24, rows=4, max_length=300)
+    reading = tilewise.plan_decode(cache, [], num_heads=8, rows=4, max_length=300)
+    q, weights = randn(4, 4, 32, dtype=torch.bfloat16, seed=3), randn(4, 4, seed=4)
+    rows = randn(4, 1, 8, 576, dtype=torch.bfloat16, seed=5)
+    for live in (seqs[:2], [seqs[2], *seqs[:2]], [], seqs[1:2]):
+        for plan in (choosing, reading):
+            tilewise.renew_plan(plan, cache, live)
+        found = []
+        for backend in ("emulator", "auto"):
+            lists = tilewise.choose_keys(q, weights, cache, 0, choosing, backend=backend)
+            found.append((lists, tilewise.decode(rows, cache, 0, reading, indices=lists[:, None], backend=backend)))
+        assert torch.equal(found[0][0], found[1][0])
+        torch.testing.assert_close(found[0][1], found[1][1], rtol=2**-7, atol=2**-7)
+        assert not found[0][1][len(live) :].any()
+
+
 def test_what_a_standing_plan_says_stays_in_its_place():
     problem = Problem([300, 65], 1, 16)
     standing = tilewise.plan_choice(problem.cache, problem.seqs, topk=16, rows=3, max_length=400)

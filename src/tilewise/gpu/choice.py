@@ -186,7 +186,6 @@ def renew(plan: StandingChoice, send: Send) -> None:
         rows[:, 0], rows[:, 2:] = np.arange(len(rows)), -1
         for its in plan.now.tiles(ROWS, plan.tokens * plan.max_length):
             tiles[: len(its.tiles)], rows[: len(its.rows)] = its.tiles, its.rows
-            rows[len(its.rows) :, 0] = np.arange(len(its.rows), len(rows))
         send(values, device, sent.lists)
         pages = plan.now.pages[:, : plan.most_pages]  # a sequence may have more of them than tokens to fill them
         if pages.size:
@@ -215,7 +214,9 @@ def run_choice(
     if q.dtype != keys.dtype:
         raise NotImplementedError(f"q must have the dtype of the cache's index keys, {keys.dtype}, got {q.dtype}")
     if not arch.serves_prefill(q.device):
-        raise NotImplementedError(f"GPU kernels are for compute capability 8.0 and up, {q.device} has less; {instead}")
+        raise NotImplementedError(
+            f"GPU kernels are for compute capability 8.0 and up, {q.device} has less; use {instead}"
+        )
     spec = scores_spec(q.dtype, heads, dim)
     wide = dict(spec.constants)["kHeads"]
     assert isinstance(wide, int)

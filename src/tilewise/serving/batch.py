@@ -192,11 +192,12 @@ class Pass:
     def _run(self, kind: Kind) -> bool:
         graph = self._graphs.get(kind)
         if graph is None and kind in self._have_run:
-            if self.step.binds_by_thread:
+            again = self.step.binds_by_thread  # this time, too, it goes call by call
+            if again:
                 self.forward(kind)
             graph = self._graphs[kind] = self.capture(kind)
             self.captures += 1
-            if self.step.binds_by_thread:
+            if again:
                 return False
         if graph is None:
             self.forward(kind)
@@ -320,8 +321,7 @@ class Batches:
         self.max_rows, self.away = min(max_rows, LARGEST), 0.0
         self.sizes = _sizes(self.max_rows) if static else []
         # Pages of another dtype than the model's are converted for prompts, step by step; and blocks of positions that
-        # do not begin with a page are masked.
-        # And how many keys an indexer scores for prompts is no graph's.
+        # do not begin with a page are masked. How many keys an indexer scores for prompts changes.
         mixed = static and cache.format.dtype == model.shape.dtype and not model.shape.chunk % cache.page_size
         mixed = mixed and model.shape.indexers is None
         self.mixed_sizes = mixed_sizes(min(most_tokens, MOST_TOKENS)) if mixed else []

@@ -1,8 +1,9 @@
 // An indexer's choice: what its two kernels are given. gpu/choice.py has the mirrors.
+//
+// Rows are query tokens, as in plan/choice.py. A row sees the keys of its sequence up to its own place.
 #pragma once
 #include "common/args.cuh"
 
-// Rows are query tokens, plan/choice.py's. A row sees the keys of its sequence up to its own place.
 // Where keys lie
 struct IndexTable {
     const int* pages;  // (sequences, most)
